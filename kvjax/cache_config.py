@@ -134,13 +134,16 @@ class CacheConfig:
         left = max(after - self.hot, 0) // block
         if slides and left <= bounded:
             least = self.sinks + self.hot + (bounded + 1) * block
-            raise KvjaxError(f"capacity is {capacity}: a sliding cache needs at least {least} tokens")
+            raise KvjaxError(
+                f"capacity is {capacity}: a sliding cache needs at least {least} tokens"
+            )
         blocks = []
         for tier in self.tiers:
             room = left + slides if tier.tokens is None else min(left, tier.tokens // block + 1)
             blocks.append(max(room, 1))
             left = max(left - (tier.tokens or 0) // block, 0)
-        return Slots(self.sinks, hot if slides else min(hot, _round_up(after, block)), tuple(blocks))
+        hot = hot if slides else min(hot, _round_up(after, block))
+        return Slots(self.sinks, hot, tuple(blocks))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple[BlockConfig, ...]:
-        """The distinct layers, in order of first appearance; equal ones share stacked parameters."""
+        """The distinct layers, in order of first appearance; equal ones share a stack."""
         return tuple(dict.fromkeys(self.layers))
 
     @property

@@ -148,9 +148,7 @@ def stream(
     stops = _stop_array(stop_tokens)
 
     def tokens_one_by_one(live):
-        logits, live = prefill(
-            model, prompt, live, lengths=lengths, chunk=chunk, progress=progress
-        )
+        logits, live = prefill(model, prompt, live, lengths=lengths, chunk=chunk, progress=progress)
         done = jnp.zeros((prompt.shape[0],), bool)
         token, done = _pick(logits, keys, jnp.int32(0), sampling, stops, done)
         ended = np.zeros((prompt.shape[0],), bool)
@@ -248,9 +246,7 @@ def _live_cache(model: Model, cache, lengths: np.ndarray, max_new_tokens: int) -
         if capacity is None:
             capacity = -(-(int(lengths.max()) + max_new_tokens) // ROUND) * ROUND
         dtype = config.dtype or model.dtype
-        live = init_cache(
-            model.config, config, batch=len(lengths), capacity=capacity, dtype=dtype
-        )
+        live = init_cache(model.config, config, batch=len(lengths), capacity=capacity, dtype=dtype)
     # The last token is not fed.
     live.require_room(lengths + (max_new_tokens - 1))
     longest = int(np.max(np.asarray(live.lengths) + lengths)) + max_new_tokens

@@ -27,6 +27,27 @@ class Quality:
     top1_agreement: float  # share of positions with the same most likely token
 
 
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Per scored token, float64 [N]."""
+
+    kl: np.ndarray
+    loss: np.ndarray  # nats, with the cache in question
+    loss_full: np.ndarray  # with the plain cache
+    same_top1: np.ndarray  # 1 or 0
+
+    def quality(self) -> Quality:
+        return Quality(
+            scored_tokens=self.kl.size,
+            perplexity=float(np.exp(self.loss.mean())),
+            perplexity_full=float(np.exp(self.loss_full.mean())),
+            perplexity_ratio=float(np.exp(self.loss.mean() - self.loss_full.mean())),
+            kl_mean=float(self.kl.mean()),
+            kl_p99=float(np.percentile(self.kl, 99)),
+            top1_agreement=float(self.same_top1.mean()),
+        )
+
+
 def compare(
     model: Model,
     tokens: np.ndarray,
@@ -37,7 +58,7 @@ def compare(
     dtype: str = "bfloat16",
     chunk: int = CHUNK,
     progress: Callable[[int], None] | None = None,
-) -> tuple[Quality, Cache]:
+) -> tuple[Scores, Cache]:
     """Run a text through a cache of `config` and through the plain cache, and compare.
 
     Args:
@@ -47,7 +68,7 @@ def compare(
       progress: called with the number of tokens done, 2N in all.
 
     Returns:
-      (quality, the final cache of `config`).
+      (scores, the final cache of `config`).
 
     Raises:
       KvjaxError: nothing to score, or the text does not fit the capacity of `config`.
@@ -65,7 +86,8 @@ def compare(
         cache.require_room(len(tokens))
         _, cache = prefill(model, context[:, :score_from], cache, chunk=chunk, progress=progress)
         caches.append(cache)
-    return score(model, context[:, score_from:], caches[0], caches[1], chunk, progress)
+    tail = context[:, score_from:]
+    return score(model, tail, caches[0], caches[1], chunk=chunk, progress=progress)
 
 
 def score(
@@ -73,35 +95,36 @@ def score(
     tokens: np.ndarray,
     plain: Cache,
     other: Cache,
+    /,
+    *,
     chunk: int = CHUNK,
     progress: Callable[[int], None] | None = None,
-) -> tuple[Quality, Cache]:
-    """Compare predictions of tokens [1, N] (all but the first) from two caches of their context."""
+) -> tuple[Scores, Cache]:
+    """Compare predictions of tokens [1, N] (all but the first) from two caches of their context.
+
+    Returns:
+      (scores, `other` with the tokens appended).
+    """
     rows = []
     for begin in range(0, tokens.shape[1], chunk):
-        piece = tokens[:, begin : begin + chunk]
-        targets = tokens[:, begin + 1 : begin + chunk + 1]
+        piece, targets = (tokens[:, begin + i : begin + i + chunk] for i in (0, 1))
         count = np.full((1,), piece.shape[1], np.int32)
-        piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
-        expected, plain = _logits(model, piece, plain, count)
-        logits, other = _logits(model, piece, other, count)
-        padded = np.pad(targets, ((0, 0), (0, chunk - targets.shape[1])))
-        rows.append(np.asarray(_metrics(expected, logits, padded))[:, 0, : targets.shape[1]])
+        expected, plain = _logits(model, _padded(piece, chunk), plain, count)
+        logits, other = _logits(model, _padded(piece, chunk), other, count)
+        metrics = _metrics(expected, logits, _padded(targets, chunk))
+        rows.append(np.asarray(metrics)[:, 0, : targets.shape[1]])
         if progress is not None:
             progress(2 * int(count[0]))
-    kl, nll_full, nll, same = np.concatenate(rows, axis=1).astype(np.float64)
-    return (
-        Quality(
-            scored_tokens=kl.size,
-            perplexity=float(np.exp(nll.mean())),
-            perplexity_full=float(np.exp(nll_full.mean())),
-            perplexity_ratio=float(np.exp(nll.mean() - nll_full.mean())),
-            kl_mean=float(kl.mean()),
-            kl_p99=float(np.percentile(kl, 99)),
-            top1_agreement=float(same.mean()),
-        ),
-        other,
-    )
+    return Scores(*np.concatenate(rows, axis=1).astype(np.float64)), other
+
+
+def _padded(piece: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(piece, ((0, 0), (0, width - piece.shape[1])))
+
+
+def first_coded(config: CacheConfig, /) -> int:
+    """Position of the first query that meets a coded token: what is past the hot window."""
+    return config.sinks + config.hot + config.block - 1 if config.tiers else 0
 
 
 def effective_bits(model: Model, cache: Cache, /) -> float:
@@ -116,14 +139,14 @@ def _logits(model, tokens, cache, counts):
 
 @jax.jit
 def _metrics(expected_BTV, logits_BTV, targets_BT):
-    """[4, B, T]: KL, loss with the plain cache, loss with the other, same most likely token."""
+    """The fields of `Scores`, [4, B, T]."""
     p, q = jax.nn.log_softmax(expected_BTV, axis=-1), jax.nn.log_softmax(logits_BTV, axis=-1)
     index = targets_BT[..., None]
     return jnp.stack(
         [
             jnp.sum(jnp.exp(p) * (p - q), axis=-1),
-            -jnp.take_along_axis(p, index, axis=-1)[..., 0],
             -jnp.take_along_axis(q, index, axis=-1)[..., 0],
+            -jnp.take_along_axis(p, index, axis=-1)[..., 0],
             (jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32),
         ]
     )

@@ -1,5 +1,7 @@
 """The decoder as a function of its parameters: embedding, scanned layers, head."""
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,6 +36,28 @@ class Model(nnx.Module):
     def dtype(self):
         """Of the parameters and the arithmetic."""
         return self.embedding[...].dtype
+
+    @overload
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        cache: None = None,
+        /,
+        *,
+        counts: jax.Array | None = None,
+        last_only: bool = False,
+    ) -> tuple[jax.Array, None]: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache,
+        /,
+        *,
+        counts: jax.Array | None = None,
+        last_only: bool = False,
+    ) -> tuple[jax.Array, Cache]: ...
 
     def __call__(
         self,
@@ -146,6 +170,7 @@ class Model(nnx.Module):
                         lengths=cache.lengths,
                         counts=counts,
                     )
+                    assert stored is not None  # it was given
                     groups = (*groups[:group], stored, *groups[group + 1 :])
                 return (x_BTD, groups), None
 
@@ -174,5 +199,3 @@ def _stack(config: ModelConfig, stack: int, rngs: nnx.Rngs, dtype) -> Block:
 
 def _row(stack: Block, row: jax.Array) -> Block:
     return jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, row, 0, keepdims=False), stack)
-
-

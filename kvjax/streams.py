@@ -41,14 +41,14 @@ class Queries:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Streams:
-    """Streams of new tokens [B, T, G, C], or stored ones [L, B, G, S, C]."""
+class Streams[Stored]:
+    """Streams of new tokens [B, T, G, C], or stored ones [L, B, G, S, C]: arrays or `Codes`."""
 
-    content: jax.Array | None
-    rope_key: jax.Array | None  # rotated to its position
-    value: jax.Array | None  # None: content is also the value
+    content: Stored | None
+    rope_key: Stored | None  # rotated to its position
+    value: Stored | None  # None: content is also the value
 
-    def keys(self) -> tuple[jax.Array, ...]:
+    def keys(self) -> tuple[Stored, ...]:
         """The scored streams, in the order of `queries`."""
         return tuple(key for key in (self.content, self.rope_key) if key is not None)
 

@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 
-from kvjax import cache_config, config
+from kvjax import cache_config
+from kvjax import config as model_config
 from kvjax.cache_config import PRESETS, CacheConfig, Overflow, Tier
 from kvjax.config import AttentionConfig, BlockConfig, ModelConfig, Pairing, RopeConfig
 from kvjax.errors import KvjaxError, choose
@@ -116,7 +117,7 @@ def test_every_refusal_in_the_source_is_tested():
 
 def refusing_lines():
     """(file, line) of every `raise` and every `choose` in the configuration modules."""
-    for module in (config, cache_config):
+    for module in (model_config, cache_config):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             chooses = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose"
             if isinstance(node, ast.Raise) or chooses:
@@ -128,7 +129,8 @@ def refusing_line(build):
     with pytest.raises(KvjaxError) as caught:
         build()
     lines = [(str(entry.path), entry.lineno + 1) for entry in caught.traceback]
-    inside = [line for line in lines if line[0] in (config.__file__, cache_config.__file__)]
+    files = (model_config.__file__, cache_config.__file__)
+    inside = [line for line in lines if line[0] in files]
     return inside[-1] if inside else None
 
 

@@ -10,6 +10,7 @@ from ..errors import KvjaxError
 from ..quant import CODES
 from .model_cache import Cache
 
+EXACT = "exact layers"
 SCALE_BYTES = 2  # bfloat16 scales, offsets and means
 
 
@@ -24,8 +25,8 @@ def cache_bytes(
     """Bytes that a cache of `tokens` tokens per sequence allocates, by kind of storage.
 
     Returns:
-      "exempt" (layers without tiers), "sinks", "hot", one entry per tier, and "total". Without
-      tiers all is "exempt".
+      "exact layers" (those without tiers), "sinks", "hot", one entry per tier, and "total".
+      Without tiers all is "exact layers".
 
     Raises:
       KvjaxError: neither `dtype` nor the configuration names the dtype of exact tokens.
@@ -40,7 +41,7 @@ def cache_bytes(
         numbers = sum(heads * size for heads, size in shapes.values()) * batch
         if config.is_exempt(index, model.num_layers):
             slots = config.plain().slots(tokens)
-            out["exempt"] += (slots.sinks + slots.hot) * numbers * exact
+            out[EXACT] += (slots.sinks + slots.hot) * numbers * exact
             continue
         slots = config.slots(tokens)
         out["sinks"] += slots.sinks * numbers * exact
@@ -61,7 +62,7 @@ def measured_bytes(cache: Cache) -> dict[str, int]:
     out = dict.fromkeys(_names(cache.config), 0)
     for group in cache.groups:
         if not group.tiers:
-            out["exempt"] += _nbytes(group)
+            out[EXACT] += _nbytes(group)
             continue
         out["sinks"] += _nbytes(group.sinks)
         out["hot"] += _nbytes(group.hot)
@@ -88,11 +89,11 @@ def _coded_block_bytes(config: CacheConfig, size: int, bits: int, *, is_key: boo
 
 
 def _tier_names(config: CacheConfig) -> list[str]:
-    return [f"tier {index}: {tier.name}" for index, tier in enumerate(config.tiers)]
+    return [f"{'cold' if i else 'warm'}, {tier.name}" for i, tier in enumerate(config.tiers)]
 
 
 def _names(config: CacheConfig) -> list[str]:
-    return ["exempt", *(["sinks", "hot", *_tier_names(config)] if config.tiers else [])]
+    return [EXACT, *(["sinks", "hot", *_tier_names(config)] if config.tiers else [])]
 
 
 def _nbytes(tree) -> int:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..cache_config import CacheConfig, Overflow
 from ..config import ModelConfig
@@ -51,13 +52,13 @@ class Cache:
         """
         if self.config.overflow is Overflow.SLIDE:
             return
-        if isinstance(self.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        if isinstance(self.lengths, Tracer) or isinstance(counts, Tracer):
             return
         longest = int(np.max(np.asarray(self.lengths) + np.asarray(counts), initial=0))
         if longest > self.capacity:
             raise KvjaxError(
                 f"{longest} tokens do not fit the cache's capacity of {self.capacity}: use "
-                'CacheConfig(capacity=...) or CacheConfig(overflow=Overflow.SLIDE)'
+                "CacheConfig(capacity=...) or CacheConfig(overflow=Overflow.SLIDE)"
             )
 
 

@@ -32,9 +32,9 @@ from . import ring
 class TieredLayers:
     """Stored streams of L layers of one kind. Arrays are head-major: [L, B, G, slots, ...]."""
 
-    sinks: Streams | None
-    hot: Streams
-    tiers: tuple[Streams, ...]  # Codes as streams
+    sinks: Streams[jax.Array] | None
+    hot: Streams[jax.Array]
+    tiers: tuple[Streams[Codes], ...]
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     @property
@@ -82,9 +82,9 @@ class TieredLayers:
             slots = self._hot_slots_of_block(ends[0] - 1)
             block = jax.tree.map(lambda buffer: _gather(buffer, layer, slots), self.hot)
             out = [_encode(self.config, block)]
-            for young, tier, end_B in zip(self.tiers, self.config.tiers[1:], ends[1:], strict=False):
-                leaving = _read_block(young, layer, end_B - 1)
-                out.append(_demote(self.config, tier, leaving))
+            older = zip(self.tiers, self.config.tiers[1:], ends[1:], strict=False)
+            for young, tier, end_B in older:
+                out.append(_demote(self.config, tier, _read_block(young, layer, end_B - 1)))
             return tuple(out)
 
         # Nothing leaves in most decode steps: skip the arithmetic, keep the shapes.
@@ -131,7 +131,8 @@ class TieredLayers:
             slots_S = jnp.arange(self.sink_tokens, dtype=jnp.int32)
             stored_BS = slots_S[None, :] < lengths_B[:, None]
             positions_BS = jnp.where(stored_BS, slots_S[None, :], -1)
-            parts.append(_part(self.sinks, positions_BS, start_BT, stop_BT, jnp.int32(slots_S.size)))
+            used = jnp.int32(slots_S.size)
+            parts.append(_part(self.sinks, positions_BS, start_BT, stop_BT, used))
         return parts
 
     def _hot_part(self, lengths_B, stop_BT, start_BT) -> Part:
@@ -260,19 +261,19 @@ def _write_block(stored: Streams, layer, block_B, wanted_B, block: Streams) -> S
 
 def _encode(config: CacheConfig, block: Streams) -> Streams:
     code, tier = CODES[config.code], config.tiers[0]
-    return _map_streams(lambda x, bits, is_key: code.encode(x, bits=bits, is_key=is_key), tier, block)
+    return _map_streams(code.encode, tier, block)
 
 
 def _demote(config: CacheConfig, tier: Tier, block: Streams) -> Streams:
     code = CODES[config.code]
-    return _map_streams(lambda x, bits, is_key: code.demote(x, bits=bits, is_key=is_key), tier, block)
+    return _map_streams(code.demote, tier, block)
 
 
 def _map_streams(fn: Callable, tier: Tier, streams: Streams) -> Streams:
-    """fn(stream, bits, is_key) on the present streams; a value alone is not a key."""
+    """fn(stream, bits=, is_key=) on the present streams; a value alone is not a key."""
 
     def apply(stream, bits, is_key):
-        return None if stream is None else fn(stream, bits, is_key)
+        return None if stream is None else fn(stream, bits=bits, is_key=is_key)
 
     return Streams(
         content=apply(streams.content, tier.key_bits, True),

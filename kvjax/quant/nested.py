@@ -58,7 +58,7 @@ def encode(x_NSC: jax.Array, /, *, bits: int, is_key: bool) -> Codes:
       bits: 1, 2 or 4.
       is_key: unbiased scale and a stored mean; else least squares and no mean.
     """
-    x = x_NSC.astype(jnp.float32) @ basis(x_NSC.shape[-1])
+    x = jnp.matmul(x_NSC.astype(jnp.float32), basis(x_NSC.shape[-1]), precision="highest")
     mean = None
     if is_key:
         mean = jnp.mean(x, axis=-2).astype(jnp.bfloat16)

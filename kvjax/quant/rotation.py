@@ -7,10 +7,10 @@ import numpy as np
 
 @functools.cache
 def rotation(size: int) -> np.ndarray:
-    """A symmetric orthogonal matrix [size, size] with entries of about size^-1/2; float32.
+    """A symmetric orthogonal matrix [size, size], its own inverse; float32.
 
     The normalised Walsh-Hadamard matrix for powers of two, times (Kronecker) the reflection
-    I - 2/m 11^T for an odd factor m. Symmetric, so it is its own inverse.
+    I - 2/m 11^T for an odd factor m, which mixes well for the small m of real heads (96 = 32 * 3).
     """
     power = size & -size
     odd = size // power

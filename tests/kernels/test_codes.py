@@ -12,7 +12,7 @@ from tests import oracle
 from tests.tolerances import EXACT, ROUNDING, assert_close
 
 # Multiples of 16 and not; real head dims, latents.
-SIZES = [1, 15, 16, 17, 24, 64, 80, 96, 576]
+SIZES = [1, 16, 17, 24, 80, 96, 576]
 
 jitted_pack = jax.jit(pack, static_argnames="bits")  # one compilation where eager has ten
 

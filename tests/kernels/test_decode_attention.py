@@ -68,7 +68,7 @@ def random_positions(case: Case, rng):
     positions = np.full((case.batch, case.tokens), -1, np.int32)
     last = np.empty((case.batch, 1), np.int32)
     for row in range(case.batch):
-        length = case.tokens - 3 * row
+        length = max(case.tokens - 3 * row, 1)
         positions[row, rng.permutation(case.tokens)[:length]] = np.arange(length)
         last[row] = length - 1
     asked = last - np.arange(case.queries, dtype=np.int32)[::-1]
@@ -149,7 +149,8 @@ def plain_attention(queries, keys, value, positions, start, stop, *, scale):
     def every_head(x):
         return jnp.repeat(x, H // x.shape[1], axis=1)
 
-    s = sum(jnp.einsum("BTHC,BHSC->BHTS", q, every_head(k)) for q, k in zip(queries, keys))  # noqa: B905
+    pairs = zip(queries, map(every_head, keys), strict=True)
+    s = sum(jnp.einsum("BTHC,BHSC->BHTS", q, key) for q, key in pairs)
     p = jax.nn.softmax(jnp.where(seen[:, None], scale * s, -jnp.inf))
     return jnp.einsum("BHTS,BHSV->BTHV", p, every_head(value))
 
@@ -226,8 +227,8 @@ def test_order_of_the_slots_does_not_matter():
         value=call.value[:, :, order],
         positions=call.positions[:, order],
     )
-    m, total, o = (oracle.wide(x) for x in jax.tree.leaves(run(*call, scale=0.3)))
-    assert_partial(run(*turned, scale=0.3), (m, total, o))
+    in_order = [oracle.wide(x) for x in jax.tree.leaves(run(*call, scale=0.3))]
+    assert_partial(run(*turned, scale=0.3), in_order)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
@@ -260,20 +261,20 @@ def random_codes(rng, shape, bits, *, mean, offset, unseen_BS) -> Codes:
     """Codes for [..., B, G, S, C]; what belongs to unseen tokens and blocks alone is poison."""
     *lead, tokens, size = shape
     lead, blocks = (*lead, tokens // BLOCK), tokens // BLOCK
-    unseen_BN1 = unseen_BS.reshape(-1, 1, blocks, BLOCK)
+    unseen_B1NS = unseen_BS.reshape(-1, 1, blocks, BLOCK)
 
     def bfloat16(x, unseen):
         return jnp.asarray(np.where(unseen, np.nan, x), jnp.bfloat16)
 
     codes = rng.integers(0, 2**bits, (*lead, BLOCK, size)).astype(np.uint16)
-    scale = 2.0**-bits * rng.uniform(1, 2, (*lead, BLOCK))
+    scale = bfloat16(2.0**-bits * rng.uniform(1, 2, (*lead, BLOCK)), unseen_B1NS)
+    means = bfloat16(rng.normal(size=(*lead, size)), unseen_B1NS.all(-1)[..., None])
+    offsets = bfloat16(rng.normal(size=(*lead, BLOCK)), unseen_B1NS)
     return Codes(
         words=jitted_pack(codes, bits=bits),
-        scale=bfloat16(scale, unseen_BN1),
-        mean=bfloat16(rng.normal(size=(*lead, size)), unseen_BN1.all(-1)[..., None])
-        if mean
-        else None,
-        offset=bfloat16(rng.normal(size=(*lead, BLOCK)), unseen_BN1) if offset else None,
+        scale=scale,
+        mean=means if mean else None,
+        offset=offsets if offset else None,
         bits=bits,
         size=size,
     )
@@ -313,8 +314,8 @@ def test_codes_are_the_vectors_that_they_decode_to(bits, mean, offset):
     partial = run(*call, scale=0.2)
     assert_partial(partial, expected(call, scale=0.2))
     arrays = call._replace(keys=tuple(map(decoded, call.keys)), value=decoded(call.value))
-    m, total, o = (oracle.wide(x) for x in jax.tree.leaves(run(*arrays, scale=0.2)))
-    assert_partial(partial, (m, total, o), depth=2)  # two roundings apart
+    of_arrays = [oracle.wide(x) for x in jax.tree.leaves(run(*arrays, scale=0.2))]
+    assert_partial(partial, of_arrays, depth=2)  # two roundings apart
 
 
 @pytest.mark.parametrize("bits, corrections", [(1, (0.3, 0.0)), (2, (0.4, 2.0))])
@@ -371,17 +372,15 @@ def fresh(monkeypatch):
     return jax.jit(functools.partial(decode_attention), static_argnames=STATIC)
 
 
-@pytest.mark.parametrize("tokens", [31, 32, 33, 75])
+@pytest.mark.parametrize("tokens", [32, 33, 75])
 def test_chunk_edges(fresh, tokens):
     call = random_call(dataclasses.replace(SMALL, tokens=tokens))
     assert_partial(fresh(*call, scale=0.3), expected(call, scale=0.3))
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 48, 112])
+@pytest.mark.parametrize("tokens", [32, 48, 112])
 def test_chunk_edges_of_codes(fresh, tokens):
     case = dataclasses.replace(CODED, tokens=tokens)
-    if tokens == BLOCK:
-        case = dataclasses.replace(case, queries=1)
     call = coded_call(2, mean=True, offset=True, case=case)
     partial = fresh(*call, scale=0.2, corrections=(0.4,))
     assert_partial(partial, expected(call, scale=0.2, corrections=(0.4,)))

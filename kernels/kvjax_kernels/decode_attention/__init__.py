@@ -77,13 +77,12 @@ def decode_attention(
 def _check_shapes(queries, keys, value, positions_BS, start_BT, stop_BT, *, has_layers) -> None:
     """A wrong number of tokens or heads would otherwise be read without a complaint."""
     (B, T, H, _), S = queries[0].shape, positions_BS.shape[-1]
-    wanted = {"positions": (B, S), "start": (B, T), "stop": (B, T)}
-    arrays = {"positions": positions_BS, "start": start_BT, "stop": stop_BT}
-    for i, q in enumerate(queries):
-        wanted[f"query {i}"], arrays[f"query {i}"] = (B, T, H, q.shape[-1]), q
-    for name, shape in wanted.items():
-        if arrays[name].shape != shape:
-            raise ValueError(f"{name} has shape {arrays[name].shape}: expected {shape}")
+    exact = [("positions", positions_BS, (B, S)), ("start", start_BT, (B, T))]
+    exact += [("stop", stop_BT, (B, T))]
+    exact += [(f"query {i}", q, (B, T, H, q.shape[-1])) for i, q in enumerate(queries)]
+    for name, array, shape in exact:
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}: expected {shape}")
     stored = [(f"key {i}", key, queries[i].shape[-1]) for i, key in enumerate(keys)]
     if value is not None:
         stored.append(("value", value, "V"))

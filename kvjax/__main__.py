@@ -1,0 +1,5 @@
+"""`python -m kvjax`."""
+
+from .cli import main
+
+main()
