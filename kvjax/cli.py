@@ -91,6 +91,8 @@ def evaluate(command: Eval, console: rich.console.Console) -> None:
     config = CacheConfig.preset(
         command.preset, dtype=command.cache_dtype, capacity=command.capacity
     )
+    if command.tokens < 1:
+        raise KvjaxError(f"--tokens is {command.tokens}: expected a positive number")
     text = demo.read_document(command.text)
     with console.status(f"loading {command.model}"):
         model, tokenizer = load(command.model)

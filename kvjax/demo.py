@@ -93,6 +93,8 @@ def run(demo: Demo, console: rich.console.Console) -> None:
     require_writable(demo.json, demo.plot)
     require_plotting(demo.plot)
     config = CacheConfig.preset(demo.preset, dtype=demo.cache_dtype)
+    if demo.max_new_tokens < 1:
+        raise KvjaxError(f"max_new_tokens is {demo.max_new_tokens}: expected at least 1")
     text = read_document(demo.document)
     with console.status(f"loading {demo.model}"):
         model, tokenizer = load(demo.model)

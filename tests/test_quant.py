@@ -102,13 +102,28 @@ def test_rotation_literals():
 def test_a_code_is_the_cell_of_its_number(is_key):
     codes = coded(4, is_key)
     y = in_basis(keys(), codes)
-    step = nested.STEP * np.sqrt(np.mean(y * y, axis=-1, keepdims=True))
-    position, found = y / step, centred(codes)
-    inside = np.abs(position) < 8
-    assert 0.9 < inside.mean() < 1
-    cell = np.where(inside, position, np.copysign(7.5, position))
-    assert_close(found, cell, QUANTISED, bound=0.5 + 1e-4)  # y is rounded to float32
-    assert np.all(found[~inside] == np.copysign(7.5, position[~inside]))
+    rms = np.sqrt(np.mean(y * y, axis=-1, keepdims=True))
+    found, fits = centred(codes), []
+    for step in nested.STEPS:
+        cell = np.clip(y / (step * rms), -7.5, 7.5)
+        fits.append(np.all(np.abs(found - cell) <= 0.5 + 1e-4, axis=-1))  # y is rounded to float32
+    assert np.all(np.any(fits, axis=0))
+    assert np.sum(np.any(fits, axis=(1, 2, 3))) > 2  # tokens differ in their best step
+
+
+def test_the_best_step_is_chosen():
+    y = in_basis(keys(), coded(4, False))
+    rms = np.sqrt(np.mean(y * y, axis=-1, keepdims=True))
+
+    def explained(c):
+        return dot(y, c) ** 2 / dot(c, c)
+
+    def merit(index):
+        return explained(index - 7.5) + nested.SHARE_OF_2_BIT * explained((index // 4) - 1.5)
+
+    tried = [np.clip(np.floor(y / (step * rms)) + 8, 0, 15) for step in nested.STEPS]
+    best = np.max([merit(index) for index in tried], axis=0)
+    assert_close(merit(centred(coded(4, False)) + 7.5), best, QUANTISED, bound=1e-4 * best)
 
 
 def test_mean_is_that_of_the_block_per_dim():
@@ -170,8 +185,8 @@ def test_demotion_to_as_many_bits_is_the_same_and_to_more_is_refused():
 
 
 @pytest.mark.parametrize("bits, is_key, wanted", [
-    (4, True, 0.011), (2, True, 0.163), (1, True, 0.568),
-    (4, False, 0.011), (2, False, 0.140), (1, False, 0.361),
+    (4, True, 0.0106), (2, True, 0.148), (1, True, 0.564),
+    (4, False, 0.0105), (2, False, 0.129), (1, False, 0.361),
 ])  # fmt: skip
 def test_relative_squared_error(bits, is_key, wanted):
     x = keys() - keys().mean(axis=(1, 2), keepdims=True)
@@ -184,7 +199,7 @@ def test_relative_squared_error(bits, is_key, wanted):
 @pytest.mark.parametrize("start, bits", [(None, 4), (None, 2), (None, 1), *DEMOTIONS])
 def test_scores_of_keys_are_unbiased(start, bits):
     error, y = errors(coded(bits, True, start), keys())
-    bound = 0.005 if start is None else 0.015  # a refitted scale is a little short
+    bound = 0.005 if start is None else 0.02  # a refitted scale is a little short
     # Over all directions of q, the slope of q . decoded on q . y is that of the vectors themselves.
     slope = dot(error + y, y) / dot(y, y)
     assert_close(slope.mean(), 1.0, QUANTISED, bound=bound)
@@ -201,16 +216,17 @@ def test_scores_of_value_codes_shrink():
     assert_close(slope, 2 / math.pi, QUANTISED, bound=0.01)
 
 
-@pytest.mark.parametrize("bits", [2, 1])
-def test_noise_constants(bits):
-    """E[c^2] - E[y c]^2 of a unit normal y whose code is c, by the midpoint rule."""
-    edges = np.linspace(-12, 12, 2_400_001)
-    y = (edges[1:] + edges[:-1]) / 2
-    weight = np.exp(-y * y / 2) / np.sqrt(2 * np.pi) * np.diff(edges)
-    code = np.clip(np.floor(y / nested.STEP) + 8, 0, 15).astype(int) >> (4 - bits)
-    c = code - (2**bits - 1) / 2
-    noise = np.sum(weight * c * c) - np.sum(weight * y * c) ** 2
-    assert_close(nested.NOISE[bits], noise, QUANTISED, bound=1e-6)
+@pytest.mark.parametrize("bits, bound", [(2, 0.015), (1, 0.01)])
+def test_noise_constants(bits, bound):
+    """The mean of |e|^2 / (size * a^2) over normal tokens; 1 - 2/pi of the energy at 1 bit."""
+    size = 128
+    x = normal(1, 40, TOKENS, size)
+    codes = encode(x, bits=bits, is_key=True)
+    error, _ = errors(codes, x)
+    noise = np.mean(dot(error, error) / (size * oracle.wide(codes.scale) ** 2))
+    assert_close(nested.NOISE[bits], noise, QUANTISED, bound=bound * noise)
+    if bits == 1:
+        assert_close(nested.NOISE[1], (1 - 2 / math.pi) / 4, QUANTISED, bound=1e-6)
 
 
 SCALE = DIMS**-0.5  # the variance of a score is 1, that of its error 0.57 at 1 bit

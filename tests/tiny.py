@@ -65,21 +65,21 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def empty_cache(model: Model, config: CacheConfig, *, batch: int, **changes) -> Cache:
+def empty_cache(
+    config: ModelConfig, cache: CacheConfig = TIERED, *, batch: int, **options
+) -> Cache:
     """Poisoned: an empty cache must not care what its arrays hold."""
-    return poisoned(init_cache(model.config, config, batch=batch, **changes))
-
-
-def poisoned(cache: Cache) -> Cache:
-    return dataclasses.replace(cache, groups=poison(cache.groups))
+    shapes = jax.eval_shape(lambda: init_cache(config, cache, batch=batch, **options))
+    lengths = jnp.asarray(np.zeros(batch, np.int32))
+    return dataclasses.replace(shapes, lengths=lengths, groups=poison(shapes.groups))
 
 
 def poison(tree):
-    """NaN in every float, 0xFF in every byte."""
+    """NaN in every float, 0xFF in every byte; arrays or their shapes."""
 
     def fill(leaf):
-        value = 0xFF if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.nan
-        return jnp.full_like(leaf, value)
+        value = np.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0xFF
+        return jnp.asarray(np.full(leaf.shape, value, leaf.dtype))  # numpy: compiles nothing
 
     return jax.tree.map(fill, tree)
 
