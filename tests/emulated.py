@@ -36,6 +36,9 @@ def placement(config: CacheConfig, length: int, *, capacity: int | None = None) 
             begin = np.zeros_like(end)
         out = np.where((begin <= block) & (block < end), index, out)
         end = begin
+    if slides and not config.tiers:
+        window = -(-(capacity - config.sinks) // config.block) * config.block
+        out = np.where(p <= t - window, UNSEEN, out)
     return np.where(p > t, UNSEEN, np.where(p < config.sinks, SINK, out))
 
 

@@ -11,7 +11,7 @@ from kvjax.cache import bits_per_element, cache_bytes, init_cache, measured_byte
 from kvjax.cache_config import PRESETS, CacheConfig, Overflow, Tier
 from kvjax.config import AttentionConfig, BlockConfig, ModelConfig, RopeConfig
 from kvjax.errors import KvjaxError
-from tests.tiny import BLOCK, CONFIG, PLAIN, TIERED, block, model_config
+from tests.tiny import BLOCK, CONFIG, PLAIN, THREE_TIERS, block, model_config
 
 LLAMA_13B = ModelConfig(
     vocab_size=32_000,
@@ -36,13 +36,13 @@ MODELS = {
 }
 CACHES = {
     **PRESETS,
-    "tiered": dataclasses.replace(TIERED, capacity=None, dtype=None),
+    "tiered": dataclasses.replace(THREE_TIERS, capacity=None, dtype=None),
     "no_sinks": CacheConfig(tiers=(Tier(4, 2, 64), Tier(2, 1)), sinks=0, hot=100),
     "equal_tiers": CacheConfig(tiers=(Tier(4, 4, 64), Tier(2, 2, 64), Tier(2, 2))),
     "literal_8_bit": CacheConfig(tiers=(Tier(8, 4, 64), Tier(1, 1)), code="literal"),
     "all_exempt": dataclasses.replace(PRESETS["safe"], exempt_first=100),
     "plain_sliding": CacheConfig(overflow=Overflow.SLIDE),
-    "tiered_sliding": dataclasses.replace(TIERED, overflow=Overflow.SLIDE),
+    "tiered_sliding": dataclasses.replace(THREE_TIERS, overflow=Overflow.SLIDE),
 }
 
 
@@ -72,7 +72,7 @@ def test_formula_is_what_is_allocated(name):
 
 
 def test_kinds_of_storage():
-    table = cache_bytes(CONFIG, TIERED, tokens=160, batch=2, dtype="float32")
+    table = cache_bytes(CONFIG, THREE_TIERS, tokens=160, batch=2, dtype="float32")
     numbers = 2 * 2 * 2 * 8  # keys and values, rows, heads, dims
     assert table == {
         "exact layers": 160 * numbers * 4,
@@ -153,6 +153,6 @@ def test_nothing_of_the_size_of_a_tier_has_16_bits():
 
 
 def test_measuring_a_live_cache():
-    cache = init_cache(CONFIG, TIERED, batch=1)
-    assert measured_bytes(cache) == cache_bytes(CONFIG, TIERED, tokens=160)
+    cache = init_cache(CONFIG, THREE_TIERS, batch=1)
+    assert measured_bytes(cache) == cache_bytes(CONFIG, THREE_TIERS, tokens=160)
     assert cache.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.groups))

@@ -12,14 +12,21 @@ from kvjax.cache_config import Overflow, Tier
 from kvjax.streams import Streams
 from tests import emulated, oracle
 from tests.emulated import SINK, UNSEEN, Edges, placement
-from tests.tiny import TIERED, normal, poison, rows
+from tests.tiny import THREE_TIERS, normal, poison, rows
 from tests.tolerances import EXACT, assert_close
 
 L, LAYER = 2, 1
 SHAPES = {"rope_key": (1, 16), "value": (2, 8)}
-STEP, LENGTH = TIERED.block, TIERED.capacity
-SLIDING = dataclasses.replace(TIERED, overflow=Overflow.SLIDE, capacity=90)
-UNALIGNED = dataclasses.replace(TIERED, hot=13, sinks=0, tiers=(Tier(4, 2, 16), Tier(2, 1)))
+STEP, LENGTH = THREE_TIERS.block, THREE_TIERS.capacity
+# Without sinks, with a hot window of no whole number of blocks, and forgetting.
+SLIDING = dataclasses.replace(
+    THREE_TIERS,
+    tiers=(Tier(4, 2, 16), Tier(2, 1)),
+    sinks=0,
+    hot=13,
+    overflow=Overflow.SLIDE,
+    capacity=90,
+)
 
 
 def streams(num, *, seed=2):
@@ -80,8 +87,7 @@ def every_length():
     """(config, sequence, layers): row n of the layers holds the first n tokens, n = 0..capacity."""
     out = {}
     for name, config, longest in (
-        ("tiered", TIERED, LENGTH),
-        ("unaligned", UNALIGNED, LENGTH),
+        ("tiered", THREE_TIERS, LENGTH),
         ("sliding", SLIDING, 2 * LENGTH),
     ):
         sequence, lengths = streams(longest), range(longest + 1)
@@ -90,7 +96,7 @@ def every_length():
     return out
 
 
-NAMES = ["tiered", "unaligned", "sliding"]
+NAMES = ["tiered", "sliding"]
 
 
 def places(config, longest):
@@ -200,7 +206,7 @@ def test_any_division_into_calls_leaves_the_same_bits(every_length):
     done = np.minimum(np.cumsum(np.concatenate([counts, np.full_like(counts, 2)]), axis=0), length)
     calls = np.diff(done, axis=0, prepend=np.zeros((1, batch), int))
     assert (done[-1] == length).all()
-    layers = filled(TIERED, calls, sequence, batch=batch)
+    layers = filled(THREE_TIERS, calls, sequence, batch=batch)
     assert_same(layers, rows(whole, np.full(batch, length)))
 
 
@@ -212,7 +218,7 @@ def test_rows_do_not_meet_and_padding_is_not_stored(every_length):
     for row, length in enumerate(lengths):
         counts = up_to([length])[:, 0]
         calls[row % 4 :, row][: len(counts)] = counts
-    assert_same(filled(TIERED, calls, sequence, batch=len(lengths)), rows(whole, lengths))
+    assert_same(filled(THREE_TIERS, calls, sequence, batch=len(lengths)), rows(whole, lengths))
 
 
 def assert_same(layers, expected):

@@ -86,6 +86,7 @@ CASES = {
         cache(Tier(4, 4, 16), Tier(1, 1), overflow=Overflow.SLIDE),
         capacity=100,
     ),
+    "sliding_plain": Case(grouped(), cache(overflow=Overflow.SLIDE), capacity=100),
 }
 
 
@@ -132,6 +133,8 @@ def test_layer_is_its_definition(name):
         ("bfloat16_window", {"hot": 12}),
         ("bfloat16_window", {"tiers": (Tier(4, 4, 16), Tier(2, 1))}),
         ("sliding", {"overflow": Overflow.ERROR}),
+        ("sliding_plain", {"overflow": Overflow.ERROR}),
+        ("sliding_plain", {"sinks": 2}),
     ],
 )
 def test_comparison_notices_another_definition(name, change):

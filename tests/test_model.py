@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from kvjax import KvjaxError, Model, decode_step, generate, load, prefill
+from kvjax import KvjaxError, Model, decode_step, load, prefill
 from kvjax.cache import init_cache
 from kvjax.cache_config import CacheConfig, Tier
 from kvjax.config import Pairing, RopeConfig
@@ -61,7 +61,10 @@ FEATURES = {
     ),
     "nope_ffn_bias": model_config(dataclasses.replace(block(rope=None), ffn_bias=True)),
     "three_windows_and_a_full_layer": model_config(
-        *(2 * (3 * (block(window=6),) + (dataclasses.replace(BLOCK, ffn_width=40),))), BLOCK
+        *(
+            2
+            * (3 * (block(window=6),) + (dataclasses.replace(block(num_kv_heads=1), ffn_width=40),))
+        )
     ),
 }
 
@@ -84,7 +87,7 @@ def test_cached_in_one_call_or_by_token_is_uncached(name):
 def test_cached_is_uncached_past_position_1000():
     model, text, chunk = model_of(CONFIG), tokens(1, 1032), 128
     wanted = np.asarray(logits_of(model, text))[0]
-    cache = init_cache(CONFIG, PLAIN, batch=1, capacity=1032)
+    cache = empty_cache(CONFIG, PLAIN, batch=1, capacity=1032)
     logits, cache = prefill(model, text[:, :1024], cache, chunk=chunk)
     found, step = [np.asarray(logits)], jax.jit(decode_step)
     for position in range(1024, 1031):
@@ -100,13 +103,6 @@ def test_decoding_a_checkpoint_gives_the_logits_of_its_makers(name):
     cache = empty_cache(model.config, FULL, batch=B)
     for logits in cached_logits(model, jnp.asarray(expected["input_ids"]), cache):
         assert_close(logits, expected["logits"], ROUNDING, depth=model.config.num_layers)
-
-
-def test_generating_from_a_checkpoint_is_what_its_makers_generate():
-    model, _ = load(FIXTURES / "mistral_swa")  # whose window is shorter than the text
-    expected = reference("mistral_swa")
-    out = generate(model, expected["prompt"][None], max_new_tokens=16, cache=FULL, chunk=8)
-    assert out[0, -16:].tolist() == expected["greedy"].tolist()
 
 
 # Scanned layers
@@ -142,26 +138,14 @@ def test_order_of_layers_matters():
     assert difference.max() > 0.1
 
 
-def test_layers_of_two_stacks_find_their_rows_in_the_cache():
-    config = model_config(*(2 * (BLOCK, block(num_kv_heads=1)) + (BLOCK,)))
-    cache = assert_cached_is_uncached(config, FULL)
-    assert [group.hot.value.shape[0] for group in cache.groups] == [3, 2]
-
-
 def test_exempt_layers_find_their_rows_in_the_cache():
     # All tokens are still exact, so that nothing is lost.
-    tiered = CacheConfig(
-        tiers=(Tier(4, 4),), hot=T, block=8, exempt_first=1, exempt_last=1, capacity=2 * T
-    )
-    cache = assert_cached_is_uncached(model_config(*[BLOCK] * 4), tiered)
-    assert [group.hot.value.shape[0] for group in cache.groups] == [2, 2]
-
-
-def assert_cached_is_uncached(config, cache):
-    model, empty = model_of(config), empty_cache(config, cache, batch=B, dtype="float32")
-    logits, out = jax.jit(lambda model, text, cache: model(text, cache))(model, TOKENS, empty)
+    tiered = CacheConfig(tiers=(Tier(4, 4),), hot=T, block=8, exempt_first=0, capacity=2 * T)
+    config = model_config(BLOCK, BLOCK, BLOCK)
+    model, empty = model_of(config), empty_cache(config, tiered, batch=B, dtype="float32")
+    logits, cache = jax.jit(lambda model, text, cache: model(text, cache))(model, TOKENS, empty)
     assert_close(logits, logits_of(model, TOKENS), ROUNDING, depth=2)
-    return out
+    assert [group.hot.value.shape[0] for group in cache.groups] == [2, 1]
 
 
 # Gradients
@@ -176,29 +160,26 @@ def loss_of(model, tokens_BT):
 
 @pytest.fixture(scope="module")
 def gradients():
-    """(model, its gradients): a window layer and a full one, twice."""
-    model = model_of(model_config(*(2 * (block(window=6, qk_norm_eps=1e-6), BLOCK))))
-    return model, jax.jit(jax.grad(loss_of))(model, TOKENS)
+    """(model, its gradients)."""
+    model = model_of(model_config(*[block(window=6)] * 3))
+    return jax.tree.map(np.asarray, (model, jax.jit(jax.grad(loss_of))(model, TOKENS)))
 
 
 def test_gradients_are_finite_differences(gradients):
     model, gradient = gradients
-    rng, checked = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
     leaves, tree = jax.tree.flatten(model)
     for index, (leaf, slope) in enumerate(zip(leaves, jax.tree.leaves(gradient), strict=True)):
-        if index % 3:  # every third parameter
-            continue
-        way = rng.normal(size=leaf.shape).astype(np.float32)
-        way *= 0.02 / np.linalg.norm(way)
+        noise = rng.normal(size=leaf.shape).astype(np.float32)
+        way = np.float32(0.02) * (noise / np.linalg.norm(noise) + slope / np.linalg.norm(slope))
         ends = []
-        for sign in (1, -1):
+        for sign in (np.float32(1), np.float32(-1)):
             moved = [leaf + sign * way if i == index else x for i, x in enumerate(leaves)]
             ends.append(float(loss_of(jax.tree.unflatten(tree, moved), TOKENS)))
-        # Both ends are rounded in float32; the step leaves an error of its square.
-        bound = 2e-6 + 0.02 * 0.02 * np.linalg.norm(slope)
+        # Both ends are rounded in float32; the length of the step leaves an error of its square.
+        bound = 2e-6 + 0.002 * np.linalg.norm(slope)
         assert_close(np.float32(ends[0] - ends[1]) / 2, np.sum(way * slope), QUANTISED, bound=bound)
-        checked += 1
-    assert checked >= 7
+        assert abs(ends[0] - ends[1]) / 2 > 4 * bound
 
 
 def test_gradients_of_scanned_layers_are_those_of_a_loop(gradients):
@@ -239,7 +220,7 @@ def parameters(model):
 def test_every_parameter_has_logical_axes():
     model = feature("three_windows_and_a_full_layer")
     found = parameters(model)
-    assert len(found) == 3 + 3 * 9
+    assert len(found) == 3 + 2 * 9
     known = {"layers", "vocab", "model", "heads", "kv_heads", "head_dim", "ffn"}
     for path, variable in found:
         names = variable.get_metadata()["out_sharding"]
@@ -256,12 +237,8 @@ def mesh_of(*shape):
 def test_a_model_is_built_under_a_mesh():
     """Without one it is built by all other tests."""
     with jax.set_mesh(mesh_of(4, 2)):
-        model = Model(model_config(BLOCK), rngs=nnx.Rngs(0))
-    deviation = {path[-1]: np.asarray(p[...]).std() for path, p in parameters(model)}
-    # fan_in^-1/2, but for norms.
-    for name, fan_in in {"embedding": 32, "q_kernel": 32, "up": 32, "down": 48}.items():
-        assert abs(deviation[name] * fan_in**0.5 - 1) < 0.15
-    assert deviation["scale"] == 0.0
+        model = jax.eval_shape(lambda: Model(model_config(BLOCK), rngs=nnx.Rngs(0)))
+    assert jax.tree.structure(model) == jax.tree.structure(model_of(model_config(BLOCK)))
 
 
 RULES = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
@@ -301,11 +278,11 @@ def test_bfloat16_parameters():
     narrow = model_of(config, dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), narrow)
     cache = empty_cache(config, FULL, batch=B, dtype=jnp.bfloat16)
+    cached, _ = jax.jit(lambda model, text, cache: model(text, cache))(narrow, TOKENS, cache)
     wanted = np.asarray(logits_of(wide, TOKENS))
-    for logits in cached_logits(narrow, TOKENS, cache):
+    for logits in (cached, logits_of(narrow, TOKENS)):
         assert logits.dtype == jnp.float32
-        bound = 0.05 * np.abs(wanted).max()
-        assert_close(logits, wanted, QUANTISED, bound=bound)
+        assert_close(logits, wanted, QUANTISED, bound=0.05 * np.abs(wanted).max())
     assert narrow.dtype == jnp.bfloat16
 
 

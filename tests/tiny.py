@@ -18,9 +18,9 @@ ATTENTION = AttentionConfig(
 )
 BLOCK = BlockConfig(ATTENTION, ffn_width=48)
 
-# After 3 sinks and 16 exact tokens: 3 blocks of 4 bits, 2 of 2 bits, 12 of 1 bit.
+# After 3 sinks and 16 exact tokens: 3 blocks of 4 bits, 14 of 1 bit.
 TIERED = CacheConfig(
-    tiers=(Tier(4, 4, 24), Tier(2, 2, 16), Tier(1, 1)),
+    tiers=(Tier(4, 4, 24), Tier(1, 1)),
     sinks=3,
     hot=16,
     block=8,
@@ -29,6 +29,7 @@ TIERED = CacheConfig(
     capacity=160,
     dtype="float32",
 )
+THREE_TIERS = dataclasses.replace(TIERED, tiers=(Tier(4, 4, 24), Tier(2, 2, 16), Tier(1, 1)))
 PLAIN = TIERED.plain()
 
 
