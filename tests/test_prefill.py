@@ -30,7 +30,9 @@ def whole(model):
 def read(model, prompt, cache=None, **options):
     if cache is None:
         cache = empty_cache(CONFIG, batch=len(prompt))
-    return prefill(model, prompt, cache, chunk=CHUNK, **options)
+    logits, cache = prefill(model, prompt, cache, chunk=CHUNK, **options)
+    assert np.isfinite(logits).all()  # nothing of the poison that an empty cache holds
+    return logits, cache
 
 
 def assert_same(actual, expected):

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 
 from ..codes import Codes, unpack_fields
 
-# Slots read at a time, for T queries: bounds the memory for unpacked codes and for scores, and lets
-# a cache that is nearly empty be read in proportion to what it holds.
+# Slots are read in chunks: it bounds the memory for unpacked codes and for scores, and lets a cache
+# that is nearly empty be read in proportion to what it holds. A chunk has about this many numbers,
+# within these bounds: few enough to stay near a CPU's cores, enough for a loop on a GPU.
+CHUNK_NUMBERS = 2**20
 SMALLEST_CHUNK, LARGEST_CHUNK = 512, 4096
 
 
-def _chunk_size(num_queries: int) -> int:
-    return max(SMALLEST_CHUNK, LARGEST_CHUNK // num_queries)
+def _chunk_size(per_slot: int) -> int:
+    return min(max(CHUNK_NUMBERS // per_slot, SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +45,10 @@ def reference(
     """See `decode_attention`. Inside, heads come first and tokens last: [B, H, T, S]."""
     (B, T, H, _), S = queries[0].shape, positions_BS.shape[1]
     block = _block_size([*keys, value])
-    chunk = min(S, max(_chunk_size(T) // block, 1) * block)
+    per_slot = B * (
+        sum(_num_heads(key) * q.shape[-1] for q, key in zip(queries, keys, strict=True)) + H * T
+    )
+    chunk = min(S, max(_chunk_size(per_slot) // block, 1) * block)
     queries = tuple(q.astype(jnp.float32).transpose(0, 2, 1, 3) for q in queries)
     noises = [f * jnp.sum(q * q, axis=-1) for f, q in zip(corrections, queries, strict=True)]
 
@@ -100,7 +105,9 @@ def _take(stored, *, layer, begin, size, block):
         out = jax.lax.dynamic_slice(leaf, starts, sizes)
         return out if layer is None else out[0]
 
-    return jax.tree.map(cut, stored)
+    # Without the barrier XLA pulls the slice into what follows, where it is unpacked again for each
+    # row of the product, and may change the layout of the whole cache to suit one product.
+    return jax.lax.optimization_barrier(jax.tree.map(cut, stored))
 
 
 def _num_heads(stored) -> int:
