@@ -47,7 +47,7 @@ def prefill(
     Raises:
       KvjaxError: an empty prompt, a token id outside the vocabulary, or no room in the cache.
     """
-    tokens, lengths = _checked_prompt(model, tokens, lengths)
+    tokens, lengths = checked_prompt(model, tokens, lengths)
     if chunk < 1:
         raise KvjaxError(f"chunk is {chunk}: expected at least 1")
     cache.require_room(lengths)
@@ -106,7 +106,7 @@ def generate(
       KvjaxError: input out of range, or a context longer than the cache's capacity (known before
         anything is computed).
     """
-    prompt, lengths = _checked_prompt(model, tokens, lengths)
+    prompt, lengths = checked_prompt(model, tokens, lengths)
     sampling = Sampling.checked(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     live = _live_cache(model, cache, lengths, max_new_tokens)
     logits, live = prefill(model, prompt, live, lengths=lengths, chunk=chunk)
@@ -141,7 +141,7 @@ def stream(
 
     A row that has ended yields `pad_token`. Input is checked at the call, not at the first token.
     """
-    prompt, lengths = _checked_prompt(model, tokens, lengths)
+    prompt, lengths = checked_prompt(model, tokens, lengths)
     sampling = Sampling.checked(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     live = _live_cache(model, cache, lengths, max_new_tokens)
     keys = _row_keys(seed, prompt.shape[0])
@@ -211,7 +211,8 @@ def _generate_loop(model, logits, cache, sampling, keys, stops, max_new_tokens, 
     return new, counts, cache
 
 
-def _checked_prompt(model: Model, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+def checked_prompt(model: Model, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B, L], lengths [B]) as int32, or a refusal; lengths None: all tokens are real."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise KvjaxError(
@@ -222,6 +223,8 @@ def _checked_prompt(model: Model, tokens, lengths) -> tuple[np.ndarray, np.ndarr
     lengths = np.full((B,), L) if lengths is None else np.asarray(lengths)
     if lengths.shape != (B,):
         raise KvjaxError(f"lengths have shape {lengths.shape}: expected one per row, ({B},)")
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise KvjaxError(f"lengths have dtype {lengths.dtype}: expected integers")
     if B == 0 or L == 0 or lengths.min() < 1:
         raise KvjaxError("a prompt is empty: expected at least one token in each row")
     if lengths.max() > L:

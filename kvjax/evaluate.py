@@ -9,7 +9,7 @@ import numpy as np
 
 from .cache import Cache, bits_per_element, init_cache
 from .cache_config import CacheConfig
-from .decode import CHUNK, prefill
+from .decode import CHUNK, checked_prompt, prefill
 from .errors import KvjaxError
 from .model import Model
 
@@ -71,14 +71,15 @@ def compare(
       (scores, the final cache of `config`).
 
     Raises:
-      KvjaxError: nothing to score, or the text does not fit the capacity of `config`.
+      KvjaxError: nothing to score, a token id outside the vocabulary, or a text that does not fit
+        the capacity of `config`.
     """
     if not 1 <= score_from < len(tokens) - 1:
         raise KvjaxError(
             f"scoring starts at {score_from} in {len(tokens)} tokens: expected at least 1 and at "
             f"most {len(tokens) - 2}"
         )
-    context = np.asarray(tokens, np.int32)[None]
+    context, _ = checked_prompt(model, np.asarray(tokens)[None], None)
     caches = []
     for kind in (config.plain(), config):
         capacity = config.capacity or len(tokens)

@@ -57,7 +57,9 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling, /) -> ja
     """
     if sampling.temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    kept_BV = keep(logits_BV / sampling.temperature, sampling)
+    # The best at zero: divided by a tiny temperature, the others overflow to -inf and it stays.
+    best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+    kept_BV = keep((logits_BV - best_B1) / sampling.temperature, sampling)
     return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
 
 

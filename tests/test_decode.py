@@ -274,7 +274,15 @@ REFUSED = [
     ({"top_k": 0}, "top_k is 0: expected at least 1"),
     ({"top_p": 1.5}, "top_p is 1.5: expected more than 0 and at most 1"),
     ({"cache": dataclasses.replace(PLAIN, capacity=20)}, "90 tokens do not fit"),
+    ({"lengths": [30.0, 4.0, 51.0]}, "lengths have dtype float64: expected integers"),
 ]
+
+
+def test_a_cache_of_another_batch_is_refused(model):
+    other = empty_cache(CONFIG, PLAIN, batch=2)
+    for run in (plain, stream_at_once):
+        with pytest.raises(KvjaxError, match="there are 3 sequences: expected 2, the batch of the"):
+            run(model, cache=other)
 
 
 @pytest.mark.parametrize("options, message", REFUSED, ids=[message for _, message in REFUSED])

@@ -136,6 +136,13 @@ def test_nothing_to_score_is_refused(score_from, model):
     )
 
 
+def test_token_outside_the_vocabulary_is_refused_in_the_scored_part_too(model):
+    text = TEXT.copy()
+    text[FROM + 5] = VOCAB
+    with pytest.raises(KvjaxError, match=f"token id {VOCAB} is outside the vocabulary"):
+        compare(model, text, PLAIN, score_from=FROM)
+
+
 def test_text_beyond_the_capacity_is_refused(model):
     small = dataclasses.replace(PLAIN, capacity=129)
     with pytest.raises(KvjaxError, match="130 tokens do not fit the cache's capacity of 129"):

@@ -33,7 +33,7 @@ ORDER = """
     tokenizer chat
     importers
     evaluate
-    report
+    report plots
     demo
     cli
     __main__ __init__

@@ -171,6 +171,8 @@ def test_full_to_the_last_token_and_not_beyond(config, model):
         with pytest.raises(KvjaxError, match="161 tokens|169 tokens") as caught:
             read(model, prompt[:, :9], cache, lengths=one_more)
         assert "capacity of 160" in str(caught.value)
+    with pytest.raises(KvjaxError, match="161 tokens do not fit"):
+        read(model, tokens(B, 161), empty)
     # The refused cache is as it was, and is still of use to the rows with room.
     assert_same(read(model, prompt, empty, lengths=fits), (logits, cache))
     assert cache.lengths.tolist() == fits.tolist()
@@ -204,6 +206,7 @@ def test_refusals(model):
     assert refusal(model, prompt, lengths=[8, 9, 8]).startswith("a length is 9: expected at most 8")
     assert refusal(model, prompt, lengths=[8, 8]).startswith("lengths have shape (2,)")
     assert refusal(model, prompt[0]).startswith("tokens have shape (8,) and dtype int32")
+    assert refusal(model, prompt, lengths=[8, 2.5, 8]).startswith("lengths have dtype float64")
     assert "dtype float32" in refusal(model, prompt.astype(np.float32))
     assert "dtype bool" in refusal(model, prompt > 3)
     assert refusal(model, prompt, chunk=0) == "chunk is 0: expected at least 1"
@@ -214,6 +217,11 @@ def test_refusals(model):
     small = dataclasses.replace(PLAIN, capacity=7)
     cache = empty_cache(CONFIG, small, batch=B)
     assert refusal(model, prompt, cache=cache).startswith("8 tokens do not fit")
+    for batch in (1, 2):
+        cache = empty_cache(CONFIG, PLAIN, batch=batch)
+        assert refusal(model, prompt, cache=cache).startswith(
+            f"there are 3 sequences: expected {batch}"
+        )
 
 
 def test_what_is_not_coded_yet_is_as_without_a_cache(model):

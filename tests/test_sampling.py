@@ -89,6 +89,14 @@ def test_filters_follow_the_temperature():
         assert set(np.asarray(found).tolist()) == tokens
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-36])
+def test_almost_no_temperature_is_the_most_likely_token(temperature):
+    logits = np.float32([[0.0, 999.0, 1000.0], [1000.0, 999.0, 0.0], [-5.0, 7.0, 6.0]])
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = drawn(logits, keys, Sampling.checked(temperature=temperature, top_p=0.9))
+    assert found.tolist() == [2, 0, 1]
+
+
 def test_no_temperature_is_the_most_likely_token():
     logits = np.random.default_rng(1).normal(size=(20, V)).astype(np.float32)
     logits[0] = 0.0

@@ -48,13 +48,19 @@ class Cache:
         Inside a jit nothing is known yet; there the logits of a row that is too long become NaN.
 
         Raises:
-          KvjaxError: a sequence would exceed the capacity, unless it slides.
+          KvjaxError: a sequence would exceed the capacity, unless it slides; not one count per
+            sequence.
         """
-        if self.config.overflow is Overflow.SLIDE:
-            return
         if isinstance(self.lengths, Tracer) or isinstance(counts, Tracer):
             return
-        longest = int(np.max(np.asarray(self.lengths) + np.asarray(counts), initial=0))
+        counts = np.asarray(counts)
+        if counts.shape not in ((), self.lengths.shape):
+            raise KvjaxError(
+                f"there are {len(counts)} sequences: expected {self.batch}, the batch of the cache"
+            )
+        if self.config.overflow is Overflow.SLIDE:
+            return
+        longest = int(np.max(np.asarray(self.lengths) + counts, initial=0))
         if longest > self.capacity:
             raise KvjaxError(
                 f"{longest} tokens do not fit the cache's capacity of {self.capacity}: use "

@@ -394,7 +394,7 @@ def test_block_larger_than_a_chunk(monkeypatch):
 
 
 def test_chunks_as_they_ship():
-    sizes = [REFERENCE._chunk_size(per_slot) for per_slot in (1, 256, 1024, 2048, 10_000)]
+    sizes = [REFERENCE._chunk_size(per_slot) for per_slot in (1, 2**12, 2**14, 2**15, 2**20)]
     assert sizes == [4096, 4096, 1024, 512, 512]
     call = random_call(Case("long", 2, ((1, 8),), (1, 8), queries=8, tokens=1100))
     assert_partial(run(*call, scale=0.3), expected(call, scale=0.3))

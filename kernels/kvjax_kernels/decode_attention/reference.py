@@ -10,8 +10,8 @@ from ..codes import Codes, unpack_fields
 
 # Slots are read in chunks: it bounds the memory for unpacked codes and for scores, and lets a cache
 # that is nearly empty be read in proportion to what it holds. A chunk has about this many numbers,
-# within these bounds: few enough to stay near a CPU's cores, enough for a loop on a GPU.
-CHUNK_NUMBERS = 2**20
+# within these bounds: on a GPU each turn of the loop costs tens of microseconds.
+CHUNK_NUMBERS = 2**24
 SMALLEST_CHUNK, LARGEST_CHUNK = 512, 4096
 
 
