@@ -24,7 +24,7 @@ demo: $(STAMP)  ## run a small model here on the CPU; options go in ARGS="..."
 	@$(BIN)/kvjax demo $(ARGS)
 
 test: check  ## the checks, then the tests; pytest options go in ARGS="..."
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: $(STAMP)  ## lint, format and types, without changing a file
 	$(BIN)/ruff check .

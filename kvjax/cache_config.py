@@ -54,10 +54,20 @@ class CacheConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "tiers", tuple(self.tiers))
+        for tier in self.tiers:
+            if not isinstance(tier, Tier):
+                raise KvjaxError(f"a tier is {tier!r}: expected Tier(key_bits, value_bits, tokens)")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is None and name == "capacity":
+                continue
+            if not isinstance(value, int):
+                raise KvjaxError(f"cache {name} is {value!r}: expected a whole number")
+            if value < least:
                 raise KvjaxError(f"cache {name} is {value}: expected at least {least}")
+        if not isinstance(self.overflow, Overflow):
+            choose("overflow", self.overflow, [policy.value for policy in Overflow])
+            object.__setattr__(self, "overflow", Overflow(self.overflow))
         choose("code", self.code, ("nested", "literal"))
         if self.dtype is not None:
             choose("cache dtype", self.dtype, DTYPES)

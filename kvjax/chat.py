@@ -12,6 +12,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import KvjaxError
 
+# What a template of somebody else's may raise while it is rendered.
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class Templated(Protocol):
     """What a template needs of a tokenizer, such as `kvjax.tokenizer.Tokenizer`."""
@@ -64,7 +74,7 @@ def render(
     try:
         template = _environment().from_string(tokenizer.chat_template)
         return template.render({**context, **variables})
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+    except _REFUSALS as error:
         reason = " ".join(str(error).split())
         raise KvjaxError(f"the chat template does not accept these messages: {reason}") from None
 

@@ -6,8 +6,10 @@ import pathlib
 import sys
 from typing import Annotated
 
+import jax
 import numpy as np
 import rich.console
+import rich.markup
 import rich.progress
 import tyro
 
@@ -74,10 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output went away; what is left unflushed has no one to go to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (KvjaxError, OSError) as error:
+    except (KvjaxError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
         if command.debug:
             raise
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).split()) or "out of memory"
         print(f"kvjax: error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -94,11 +96,11 @@ def evaluate(command: Eval, console: rich.console.Console) -> None:
     if command.tokens < 1:
         raise KvjaxError(f"--tokens is {command.tokens}: expected a positive number")
     text = demo.read_document(command.text)
-    with console.status(f"loading {command.model}"):
+    with console.status(f"loading {rich.markup.escape(command.model)}"):
         model, tokenizer = load(command.model)
     if tokenizer is None:
         raise KvjaxError(f"{command.model} has no tokenizer: expected a tokenizer.json beside it")
-    ids = tokenizer.encode(text[: command.tokens * 16])[: command.tokens]
+    ids = demo.first_tokens(tokenizer, text, command.tokens)
     if len(ids) < command.tokens:
         raise KvjaxError(
             f"{command.text} has {len(ids)} tokens: expected at least --tokens {command.tokens}"

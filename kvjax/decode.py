@@ -48,11 +48,26 @@ def prefill(
       KvjaxError: an empty prompt, a token id outside the vocabulary, or no room in the cache.
     """
     tokens, lengths = checked_prompt(model, tokens, lengths)
+    cache.require_room(lengths)
+    return _prefill_owned(model, tokens, lengths, _copied(cache), chunk, progress)
+
+
+def _copied(cache: Cache) -> Cache:
+    """Steps give their cache up to be overwritten; a caller keeps its own."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def _prefill_owned(
+    model: Model,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    cache: Cache,
+    chunk: int,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[jax.Array, Cache]:
+    """`prefill` of checked input into a cache that nobody else holds."""
     if chunk < 1:
         raise KvjaxError(f"chunk is {chunk}: expected at least 1")
-    cache.require_room(lengths)
-    # The steps give their cache up to be overwritten; the caller keeps this one.
-    cache = jax.tree.map(jnp.copy, cache)
     logits = jnp.zeros((tokens.shape[0], model.config.vocab_size), jnp.float32)
     for begin in range(0, tokens.shape[1], chunk):
         piece = tokens[:, begin : begin + chunk]
@@ -109,7 +124,7 @@ def generate(
     prompt, lengths = checked_prompt(model, tokens, lengths)
     sampling = Sampling.checked(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     live = _live_cache(model, cache, lengths, max_new_tokens)
-    logits, live = prefill(model, prompt, live, lengths=lengths, chunk=chunk)
+    logits, live = _prefill_owned(model, prompt, lengths, live, chunk)
     room = -(-max_new_tokens // ROUND) * ROUND
     keys = _row_keys(seed, prompt.shape[0])
     stops = _stop_array(stop_tokens)
@@ -148,7 +163,7 @@ def stream(
     stops = _stop_array(stop_tokens)
 
     def tokens_one_by_one(live):
-        logits, live = prefill(model, prompt, live, lengths=lengths, chunk=chunk, progress=progress)
+        logits, live = _prefill_owned(model, prompt, lengths, live, chunk, progress)
         done = jnp.zeros((prompt.shape[0],), bool)
         token, done = _pick(logits, keys, jnp.int32(0), sampling, stops, done)
         ended = np.zeros((prompt.shape[0],), bool)
@@ -213,7 +228,12 @@ def _generate_loop(model, logits, cache, sampling, keys, stops, max_new_tokens, 
 
 def checked_prompt(model: Model, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [B, L], lengths [B]) as int32, or a refusal; lengths None: all tokens are real."""
-    tokens = np.asarray(tokens)
+    try:
+        tokens = np.asarray(tokens)
+    except ValueError:
+        raise KvjaxError(
+            "rows of tokens differ in length: pad them at the end and pass lengths=[...]"
+        ) from None
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise KvjaxError(
             f"tokens have shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
@@ -238,13 +258,19 @@ def checked_prompt(model: Model, tokens, lengths) -> tuple[np.ndarray, np.ndarra
 
 
 def _live_cache(model: Model, cache, lengths: np.ndarray, max_new_tokens: int) -> Cache:
-    """A cache with room for prompt and continuation, or a refusal."""
-    if max_new_tokens < 1:
-        raise KvjaxError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
+    """A cache of our own with room for prompt and continuation, or a refusal."""
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise KvjaxError(f"max_new_tokens is {max_new_tokens!r}: expected at least 1")
     if isinstance(cache, Cache):
-        live = cache
+        cache.require_room(lengths + (max_new_tokens - 1))
+        live = _copied(cache)
     else:
         config = CacheConfig() if cache is None else cache
+        if not isinstance(config, CacheConfig):
+            raise KvjaxError(
+                f"cache is a {type(cache).__name__}: expected a CacheConfig such as "
+                "CacheConfig.preset('balanced'), a Cache or None"
+            )
         capacity = config.capacity
         if capacity is None:
             capacity = -(-(int(lengths.max()) + max_new_tokens) // ROUND) * ROUND
@@ -269,6 +295,8 @@ def _row_keys(seed: int, batch: int) -> jax.Array:
 
 def _stop_array(stop_tokens: Sequence[int]) -> jax.Array:
     """Never empty; -1 is no token."""
+    if not isinstance(stop_tokens, Sequence | np.ndarray):
+        raise KvjaxError(f"stop_tokens is {stop_tokens!r}: expected a sequence of token ids")
     return jnp.asarray([*stop_tokens] or [-1], jnp.int32)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
+import rich.markup
 import rich.progress
 
 from . import chat
@@ -79,8 +80,8 @@ class Run:
     """One cache after the document, and how fast it got there and answered."""
 
     cache: Cache
-    prefill_speed: float  # tokens/s, without compilation
-    decode_speed: float
+    prefill_speed: float | None  # tokens/s, without compilation; None: too few to tell
+    decode_speed: float | None
     answer: str
 
 
@@ -96,7 +97,7 @@ def run(demo: Demo, console: rich.console.Console) -> None:
     if demo.max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens is {demo.max_new_tokens}: expected at least 1")
     text = read_document(demo.document)
-    with console.status(f"loading {demo.model}"):
+    with console.status(f"loading {rich.markup.escape(demo.model)}"):
         model, tokenizer = load(demo.model)
     if tokenizer is None:
         raise KvjaxError(f"{demo.model} has no tokenizer: expected a tokenizer.json beside it")
@@ -155,8 +156,7 @@ def make_prompt(tokenizer: Tokenizer, text: str, demo: Demo) -> Prompt:
             f"document_tokens is {demo.document_tokens} and scored_tokens {demo.scored_tokens}: "
             "expected the second to be at least 2, and the first larger by 2 or more"
         )
-    # Characters first: a whole book need not be tokenised for its first pages.
-    ids = tokenizer.encode(text[: demo.document_tokens * 16])[: demo.document_tokens]
+    ids = first_tokens(tokenizer, text, demo.document_tokens)
     if len(ids) < demo.scored_tokens + 2:
         raise KvjaxError(
             f"the document has {len(ids)} tokens: expected more than scored_tokens, which is "
@@ -171,6 +171,17 @@ def make_prompt(tokenizer: Tokenizer, text: str, demo: Demo) -> Prompt:
         shared += 1
     continuation = longer[shared : shared + demo.scored_tokens]
     return Prompt(document=asked[:shared], question=asked[shared:], continuation=continuation)
+
+
+def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
+    """The first `count` tokens of a text, or all; a book is not read whole for its first pages."""
+    width = 8 * count
+    while True:
+        ids = tokenizer.encode(text[:width])
+        # The last tokens of a cut text may be others than those of the whole.
+        if width >= len(text) or len(ids) > count + 16:
+            return ids[:count]
+        width *= 2
 
 
 def _render(tokenizer: Tokenizer, content: str) -> list[int]:
@@ -206,7 +217,7 @@ def answer(
         _, cache = prefill(model, document, cache, progress=advance)
     # The first chunk also compiled.
     later = len(prompt.document) - CHUNK
-    prefill_speed = later / (stamps[-1] - stamps[1]) if later > 0 else float("nan")
+    prefill_speed = later / (stamps[-1] - stamps[1]) if later > 0 else None
 
     console.print(f"[bold]{name} cache[/bold]: ", end="")
     ids, stamps = [], []
@@ -232,7 +243,7 @@ def answer(
     console.print()
     # The first token came with the prompt, the second with the compilation of the step.
     timed = len(stamps) - 2
-    decode_speed = timed / (stamps[-1] - stamps[1]) if timed > 0 else float("nan")
+    decode_speed = timed / (stamps[-1] - stamps[1]) if timed > 0 else None
     return Run(cache, prefill_speed, decode_speed, "".join(pieces))
 
 
@@ -240,8 +251,8 @@ def _column(name: str, model: Model, done: Run, quality: Quality | None) -> Colu
     table = measured_bytes(done.cache)
     full = _bf16_bytes(model, done.cache)
     rows = {
-        "prefill, tokens/s": f"{done.prefill_speed:.0f}",
-        "decode, tokens/s": f"{done.decode_speed:.1f}",
+        "prefill, tokens/s": _speed(done.prefill_speed),
+        "decode, tokens/s": _speed(done.decode_speed),
         **{f"cache, {kind}": gigabytes(size) for kind, size in table.items()},
         "bits per element": f"{effective_bits(model, done.cache):.2f}",
         "share of the bf16 cache": f"{table['total'] / full:.1%}",
@@ -253,6 +264,10 @@ def _column(name: str, model: Model, done: Run, quality: Quality | None) -> Colu
             "perplexity ratio": f"{quality.perplexity_ratio:.4f}",
         }
     return Column(name, rows)
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:.1f}"
 
 
 def _bf16_bytes(model: Model, cache: Cache) -> int:
@@ -290,6 +305,9 @@ def _results(
         "model": demo.model,
         "preset": demo.preset,
         "question": demo.question,
+        "document": "pydoc_data" if demo.document is None else demo.document.name,
+        "document_tokens": demo.document_tokens,
+        "cache_dtype": demo.cache_dtype,
         "prompt_tokens": len(prompt.document) + len(prompt.question),
         "caches": caches,
         "quality": dataclasses.asdict(quality),

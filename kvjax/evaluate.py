@@ -1,6 +1,7 @@
 """What a cache costs in quality: next-token distributions against those of the plain cache."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -103,6 +104,8 @@ def score(
 ) -> tuple[Scores, Cache]:
     """Compare predictions of tokens [1, N] (all but the first) from two caches of their context.
 
+    Both caches are given up: they are overwritten, not copied.
+
     Returns:
       (scores, `other` with the tokens appended).
     """
@@ -133,7 +136,7 @@ def effective_bits(model: Model, cache: Cache, /) -> float:
     return bits_per_element(model.config, cache.nbytes, tokens=cache.capacity, batch=cache.batch)
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnames=("cache",))
 def _logits(model, tokens, cache, counts):
     return model(tokens, cache, counts=counts)
 

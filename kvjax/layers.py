@@ -10,8 +10,8 @@ from .config import BlockConfig
 def param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], dtype, *, fan_in=None):
     """A parameter whose dims carry logical names; `fan_in` None gives zeros.
 
-    The names are NNX partitioning metadata, put on a mesh by `kvjax.sharding`. Eager sharding is
-    off, so that a module can be built with no mesh.
+    The names are NNX partitioning metadata. Eager sharding is off, so that a module can be built
+    with no mesh.
     """
     if fan_in is None:
         value = jnp.zeros(shape, dtype)

@@ -4,7 +4,9 @@ from typing import overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from .block import Block
 from .cache import Cache, cache_groups
@@ -79,8 +81,8 @@ class Model(nnx.Module):
           last_only: logits after the last real token alone, [B, vocab].
 
         Returns:
-          (float32 logits [B, T, vocab], cache or None). A row that no longer fits the cache gets
-          NaN logits when this runs inside a jit, where it cannot be refused.
+          (float32 logits [B, T, vocab], cache or None). NaN for a row with a token id outside the
+          vocabulary and, inside a jit where it cannot be refused, for one that no longer fits.
 
         Raises:
           KvjaxError: tokens that do not fit the cache (outside a jit).
@@ -91,7 +93,11 @@ class Model(nnx.Module):
         B, T = tokens_BT.shape
         if cache is not None and cache.batch != B:
             raise ValueError(f"tokens have batch {B} and the cache has {cache.batch}")
+        if B == 0 or T == 0:
+            raise ValueError(f"tokens have shape {tokens_BT.shape}: expected at least one token")
         counts = jnp.full((B,), T, jnp.int32) if counts is None else counts
+        if not isinstance(counts, Tracer) and np.any(np.asarray(counts) > T):
+            raise ValueError(f"counts are {counts}: expected at most {T}, the width of tokens")
         x_BTD = self.embedding[...].at[tokens_BT].get(mode="clip")
         if cache is None:
             x_BTD = self._layers(x_BTD)
@@ -102,9 +108,17 @@ class Model(nnx.Module):
             last_B = jnp.maximum(counts - 1, 0)
             x_BTD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
         logits = self._head(self.final_norm(x_BTD))
+        bad_B = self._foreign(tokens_BT, counts)
         if cache is not None:
-            logits = jnp.where(cache.overflowed()[:, None, None], jnp.nan, logits)
+            bad_B = bad_B | cache.overflowed()
+        logits = jnp.where(bad_B[:, None, None], jnp.nan, logits)
         return (logits[:, 0] if last_only else logits), cache
+
+    def _foreign(self, tokens_BT, counts):
+        """Rows with an id outside the vocabulary, which was read as another; padding may be so."""
+        foreign_BT = (tokens_BT < 0) | (tokens_BT >= self.config.vocab_size)
+        real_BT = jnp.arange(tokens_BT.shape[1])[None, :] < counts[:, None]
+        return jnp.any(foreign_BT & real_BT, axis=1)
 
     def _head(self, x_BTD):
         if self.head is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.markup
 import rich.table
 
 from .errors import KvjaxError
@@ -72,14 +73,29 @@ def require_plotting(file: pathlib.Path | None) -> None:
 
 
 def write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
-    """Write it whole or not at all."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8"
-    ) as out:
-        json.dump(content, out, indent=1)
-        out.write("\n")
-    os.chmod(out.name, 0o644)
-    os.replace(out.name, file)
+    """Write it whole or not at all.
+
+    Raises:
+      KvjaxError: the disk is full, say; nothing is left behind.
+    """
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    file = file.resolve()  # a link stays a link
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")  # a device or a pipe cannot be replaced
+        return
+    scrap = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8"
+        ) as out:
+            scrap = out.name
+            out.write(text)
+        os.chmod(scrap, 0o644)
+        os.replace(scrap, file)
+    except OSError as error:
+        if scrap is not None:
+            pathlib.Path(scrap).unlink(missing_ok=True)
+        raise KvjaxError(f"cannot write {file}: {error.strerror}") from None
 
 
 def gigabytes(count: int) -> str:
@@ -99,11 +115,12 @@ class Column:
 
 
 def print_table(console: rich.console.Console, title: str, columns: list[Column]) -> None:
-    """Rows in the order in which the columns first name them."""
-    table = rich.table.Table(title=title, title_justify="left")
+    """Rows in the order of the last column; "-" where another lacks one."""
+    table = rich.table.Table(title=rich.markup.escape(title), title_justify="left")
     table.add_column("")
     for column in columns:
         table.add_column(column.name, justify="right")
-    for row in dict.fromkeys(row for column in columns for row in column.rows):
+    # The last column has the most rows, in the best order.
+    for row in dict.fromkeys(row for column in reversed(columns) for row in column.rows):
         table.add_row(row, *(column.rows.get(row, "-") for column in columns))
     console.print(table)

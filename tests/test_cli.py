@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from kvjax.cli import main
+from kvjax.demo import first_tokens
 
 FIXTURE = Path(__file__).parent / "fixtures" / "llama_gqa"
 
@@ -137,3 +138,12 @@ def test_checkpoint_without_tokenizer(text, capsys):
 def test_debug_shows_the_error(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="cannot read"):
         main(["demo", "--model", str(checkpoint), "--document", str(tmp_path / "x"), "--debug"])
+
+
+def test_long_tokens_are_not_taken_for_a_short_text():
+    class Long:  # 50 characters a token
+        def encode(self, text):
+            return list(range(-(-len(text) // 50)))
+
+    assert first_tokens(Long(), "x" * 5000, 90) == list(range(90))
+    assert first_tokens(Long(), "x" * 5000, 200) == list(range(100))

@@ -52,6 +52,13 @@ REFUSED = [
     (lambda: CacheConfig(block=0), "cache block is 0: expected at least 1"),
     (lambda: CacheConfig(exempt_first=-1), "cache exempt_first is -1: expected at least 0"),
     (lambda: CacheConfig(exempt_last=-2), "cache exempt_last is -2: expected at least 0"),
+    (lambda: CacheConfig(hot=1.5), "cache hot is 1.5: expected a whole number"),
+    (lambda: CacheConfig(block=None), "cache block is None: expected a whole number"),
+    (lambda: CacheConfig(tiers=((4, 4),)), "a tier is (4, 4): expected Tier("),
+    (
+        lambda: CacheConfig(overflow="banana"),
+        "unknown overflow 'banana': expected one of error, slide",
+    ),
     (lambda: CacheConfig(capacity=0), "cache capacity is 0: expected at least 1"),
     (lambda: CacheConfig(code="best"), "unknown code 'best': expected one of nested, literal"),
     (
@@ -108,6 +115,10 @@ def test_refusals(build, message):
         build()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_overflow_by_its_name():
+    assert CacheConfig(overflow="slide").overflow is Overflow.SLIDE
 
 
 def test_every_refusal_in_the_source_is_tested():

@@ -247,7 +247,7 @@ def stream_at_once(model, prompt=PROMPT, **options):
 )
 def test_default_cache_has_room_rounded_up(config, length, new, capacity, model, monkeypatch):
     seen = []
-    monkeypatch.setattr(decode, "prefill", lambda _, __, cache, **___: seen.append(cache))
+    monkeypatch.setattr(decode, "_prefill_owned", lambda *given: seen.append(given[3]))
     with pytest.raises(TypeError):  # prefill gives nothing
         generate(model, tokens(1, length), max_new_tokens=new, cache=config)
     assert seen[0].capacity == capacity and seen[0].batch == 1
@@ -262,6 +262,10 @@ def test_longer_than_trained_is_a_warning():
 
 
 REFUSED = [
+    ({"prompt": [[1, 2, 3], [1, 2]]}, "rows of tokens differ in length: pad them at the end"),
+    ({"cache": "balanced"}, "cache is a str: expected a CacheConfig"),
+    ({"stop_tokens": 3}, "stop_tokens is 3: expected a sequence"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: expected at least 1"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0: expected at least 1"),
     ({"max_new_tokens": -3}, "max_new_tokens is -3: expected at least 1"),
     ({"prompt": PROMPT[:, :0]}, "a prompt is empty: expected at least one token in each row"),

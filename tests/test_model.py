@@ -320,3 +320,22 @@ def test_refusals():
     for options, missing in (({"dtype": "float32"}, "capacity"), ({"capacity": 5}, "dtype")):
         with pytest.raises(KvjaxError, match=f"the cache has no {missing}: pass {missing}=..."):
             init_cache(model.config, CacheConfig(), batch=1, **options)
+
+
+def test_ids_outside_the_vocabulary_are_not_read_as_others():
+    model = model_of(CONFIG)
+    given = jnp.array([[1, 2, 3], [1, VOCAB, 3], [1, -1, 3], [1, 2, VOCAB]], jnp.int32)
+    logits, _ = model(given, counts=jnp.array([3, 3, 3, 2], jnp.int32))
+    spoilt = np.isnan(np.asarray(logits)).any(axis=(1, 2))
+    assert spoilt.tolist() == [False, True, True, False]  # the last is padding
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_tokens(shape):
+    with pytest.raises(ValueError, match="expected at least one token"):
+        model_of(CONFIG)(jnp.zeros(shape, jnp.int32))
+
+
+def test_counts_beyond_the_tokens():
+    with pytest.raises(ValueError, match="expected at most 3, the width of tokens"):
+        model_of(CONFIG)(jnp.ones((1, 3), jnp.int32), counts=jnp.array([4], jnp.int32))

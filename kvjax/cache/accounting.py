@@ -29,11 +29,14 @@ def cache_bytes(
       Without tiers all is "exact layers".
 
     Raises:
-      KvjaxError: neither `dtype` nor the configuration names the dtype of exact tokens.
+      KvjaxError: neither `dtype` nor the configuration names the dtype of exact tokens; sizes
+        below 1.
     """
     dtype = dtype or config.dtype
     if dtype is None:
         raise KvjaxError("the dtype of exact tokens is unknown: pass dtype='bfloat16'")
+    if tokens < 1 or batch < 1:
+        raise KvjaxError(f"tokens is {tokens} and batch is {batch}: expected at least 1 of each")
     exact = jnp.dtype(dtype).itemsize
     out = dict.fromkeys(_names(config), 0)
     for index, block in enumerate(model.layers):

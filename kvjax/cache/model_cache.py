@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..cache_config import CacheConfig, Overflow
+from ..cache_config import DTYPES, CacheConfig, Overflow
 from ..config import ModelConfig
-from ..errors import KvjaxError
+from ..errors import KvjaxError, choose
 from .tiered import TieredLayers, init_layers
 
 
@@ -54,6 +54,8 @@ class Cache:
         if isinstance(self.lengths, Tracer) or isinstance(counts, Tracer):
             return
         counts = np.asarray(counts)
+        if np.any(counts < 0):
+            raise KvjaxError(f"a count of new tokens is {counts.min()}: expected 0 or more")
         if counts.shape not in ((), self.lengths.shape):
             raise KvjaxError(
                 f"there are {len(counts)} sequences: expected {self.batch}, the batch of the cache"
@@ -95,13 +97,18 @@ def init_cache(
       dtype: of exact tokens; default that of `config`.
 
     Raises:
-      KvjaxError: neither names a capacity or dtype.
+      KvjaxError: neither names a capacity or dtype, or one is out of range.
     """
     capacity = config.capacity if capacity is None else capacity
     dtype = config.dtype if dtype is None else dtype
     if capacity is None or dtype is None:
         missing = "capacity" if capacity is None else "dtype"
         raise KvjaxError(f"the cache has no {missing}: pass {missing}=... or set it in CacheConfig")
+    if capacity < 1 or batch < 1:
+        raise KvjaxError(
+            f"the cache has capacity {capacity} and batch {batch}: expected at least 1 of each"
+        )
+    dtype = jnp.dtype(choose("cache dtype", jnp.dtype(dtype).name, DTYPES))
     kinds, groups = cache_groups(model, config)
     layers = [
         init_layers(
@@ -110,7 +117,7 @@ def init_cache(
             num_layers=groups.count(index),
             batch=batch,
             capacity=capacity,
-            dtype=jnp.dtype(dtype),
+            dtype=dtype,
         )
         for index, (shapes, exempt) in enumerate(kinds)
     ]

@@ -151,12 +151,17 @@ def _attention_bias(raw: dict[str, Any], family: str) -> bool:
 
 def _rope(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    given = {**section(raw, "rope_scaling"), **section(raw, "rope_parameters")}
-    kind = given.get("rope_type", given.get("type", "default"))
-    if any(isinstance(value, dict) for value in given.values()):
-        kind = "different for each kind of layer"
-    if kind != "default":
-        raise KvjaxError(f"unsupported rope scaling {kind!r}: expected 'default' or none")
+    given = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        part = section(raw, name)
+        kind = part.get("rope_type", part.get("type", "default"))
+        if any(isinstance(value, dict) for value in part.values()):
+            kind = "different for each kind of layer"
+        if kind != "default":
+            raise KvjaxError(f"unsupported rope scaling {kind!r}: expected 'default' or none")
+        if part.get("factor", 1) not in (None, 1):
+            raise KvjaxError(f"{name} has factor {part['factor']!r} but scales by none: expected 1")
+        given |= part
     factor = given.get("partial_rotary_factor", 1)
     if factor != 1:
         raise KvjaxError(f"partial_rotary_factor = {factor!r} is not supported: expected 1")
