@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from kvjax.errors import KvjaxError
 from kvjax.importers import load, load_config, resolve
 from kvjax.tokenizer import Tokenizer
 from tests.checkpoints import (
@@ -208,3 +209,19 @@ def test_smollm2_has_the_logits_of_transformers():
     for case, row in zip(oracle["greedy"], logits[len(oracle["probes"]) :], strict=True):
         for step, (token, margin) in enumerate(case["next_and_margin"], len(case["ids"]) - 1):
             assert margin <= 0.05 or row[step].argmax() == token
+
+
+def test_dtype_by_name_or_type():
+    assert load(FIXTURES / "llama_gqa", dtype=jnp.bfloat16)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},  # beside rope_parameters
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "factor": 8.0}},
+    ],
+)
+def test_no_scaling_is_overlooked(tmp_path, fields):
+    with pytest.raises(KvjaxError, match="linear|factor 8.0"):
+        load(write_directory(tmp_path / "model", "llama_gqa", fields=fields))

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from ..config import ModelConfig
 from ..errors import KvjaxError
@@ -13,7 +14,7 @@ from .weights import fill
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, inside a package of its own
 
 
-def load(source: str | Path, *, dtype: str = "float32") -> tuple[Model, Tokenizer | None]:
+def load(source: str | Path, *, dtype: Any = "float32") -> tuple[Model, Tokenizer | None]:
     """Read a pretrained model and its tokenizer.
 
     Args:

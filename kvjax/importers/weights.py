@@ -85,7 +85,7 @@ class _Target:
         return jnp.asarray(filled)
 
 
-def fill(checkpoint: Checkpoint, *, dtype: str) -> Model:
+def fill(checkpoint: Checkpoint, *, dtype: Any) -> Model:
     """A model with the parameters of a checkpoint.
 
     All names and shapes are compared before anything is read. Beside the model, at most one
@@ -95,7 +95,8 @@ def fill(checkpoint: Checkpoint, *, dtype: str) -> Model:
       KvjaxError: a tensor is missing, has another shape, or has no place in the model.
     """
     config, names, tensors = checkpoint.config, checkpoint.names, checkpoint.tensors
-    wanted = jnp.dtype(choose("dtype", dtype, DTYPES))
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name  # jnp.float32 will do
+    wanted = jnp.dtype(choose("dtype", name, DTYPES))
     model = jax.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=wanted))
     targets = _targets(config, names, model)
     _check(config, names, tensors, targets)
