@@ -9,7 +9,6 @@ from typing import Annotated
 import jax
 import numpy as np
 import rich.console
-import rich.markup
 import rich.progress
 import tyro
 
@@ -18,7 +17,6 @@ from .cache import measured_bytes
 from .cache_config import CacheConfig
 from .errors import KvjaxError
 from .evaluate import compare, effective_bits, first_coded
-from .importers import load
 from .plots import plot_comparison
 from .report import (
     Column,
@@ -27,6 +25,7 @@ from .report import (
     provenance,
     require_plotting,
     require_writable,
+    without_total,
     write_json,
 )
 
@@ -96,10 +95,7 @@ def evaluate(command: Eval, console: rich.console.Console) -> None:
     if command.tokens < 1:
         raise KvjaxError(f"--tokens is {command.tokens}: expected a positive number")
     text = demo.read_document(command.text)
-    with console.status(f"loading {rich.markup.escape(command.model)}"):
-        model, tokenizer = load(command.model)
-    if tokenizer is None:
-        raise KvjaxError(f"{command.model} has no tokenizer: expected a tokenizer.json beside it")
+    model, tokenizer = demo.load_with_tokenizer(command.model, console)
     ids = demo.first_tokens(tokenizer, text, command.tokens)
     if len(ids) < command.tokens:
         raise KvjaxError(
@@ -142,11 +138,11 @@ def evaluate(command: Eval, console: rich.console.Console) -> None:
             "score_from": score_from,
             **dataclasses.asdict(quality),
             "cache_bytes": table["total"],
-            "cache_bytes_by_tier": {k: v for k, v in table.items() if k != "total"},
+            "cache_bytes_by_tier": without_total(table),
             "bits_per_element": bits,
             **provenance(),
         }
         write_json(command.json, results)
     if command.plot is not None:
-        parts = {command.preset: {k: v for k, v in table.items() if k != "total"}}
+        parts = {command.preset: without_total(table)}
         plot_comparison(command.plot, parts, scores.kl, score_from)

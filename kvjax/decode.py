@@ -262,8 +262,7 @@ def _live_cache(model: Model, cache, lengths: np.ndarray, max_new_tokens: int) -
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens is {max_new_tokens!r}: expected at least 1")
     if isinstance(cache, Cache):
-        cache.require_room(lengths + (max_new_tokens - 1))
-        live = _copied(cache)
+        live = cache
     else:
         config = CacheConfig() if cache is None else cache
         if not isinstance(config, CacheConfig):
@@ -285,7 +284,7 @@ def _live_cache(model: Model, cache, lengths: np.ndarray, max_new_tokens: int) -
             "trained for: expect worse text",
             stacklevel=3,
         )
-    return live
+    return _copied(live) if live is cache else live
 
 
 def _row_keys(seed: int, batch: int) -> jax.Array:

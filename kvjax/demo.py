@@ -6,19 +6,17 @@ import pathlib
 import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.markup
 import rich.progress
 
 from . import chat
-from .cache import Cache, init_cache, measured_bytes
+from .cache import Cache, cache_bytes, init_cache, measured_bytes
 from .cache_config import CacheConfig
 from .decode import CHUNK, prefill, stream
 from .errors import KvjaxError
-from .evaluate import Quality, effective_bits, score
+from .evaluate import Quality, effective_bits, first_coded, score
 from .importers import load
 from .model import Model
 from .plots import plot_comparison
@@ -29,6 +27,7 @@ from .report import (
     provenance,
     require_plotting,
     require_writable,
+    without_total,
     write_json,
 )
 from .tokenizer import Tokenizer
@@ -97,12 +96,9 @@ def run(demo: Demo, console: rich.console.Console) -> None:
     if demo.max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens is {demo.max_new_tokens}: expected at least 1")
     text = read_document(demo.document)
-    with console.status(f"loading {rich.markup.escape(demo.model)}"):
-        model, tokenizer = load(demo.model)
-    if tokenizer is None:
-        raise KvjaxError(f"{demo.model} has no tokenizer: expected a tokenizer.json beside it")
+    model, tokenizer = load_with_tokenizer(demo.model, console)
     prompt = make_prompt(tokenizer, text, demo)
-    if len(prompt.document) <= config.sinks + config.hot + config.block:
+    if len(prompt.document) <= first_coded(config):
         console.print("[yellow]the document is so short that no token leaves the hot window")
 
     runs = {}
@@ -123,8 +119,21 @@ def run(demo: Demo, console: rich.console.Console) -> None:
     if demo.json is not None:
         write_json(demo.json, _results(demo, model, prompt, runs, tables, quality))
     if demo.plot is not None:
-        parts = {n: {k: v for k, v in t.items() if k != "total"} for n, t in tables.items()}
+        parts = {name: without_total(table) for name, table in tables.items()}
         plot_comparison(demo.plot, parts, scores.kl, len(prompt.document))
+
+
+def load_with_tokenizer(source: str, console: rich.console.Console) -> tuple[Model, Tokenizer]:
+    """A model that is to read text.
+
+    Raises:
+      KvjaxError: what is wrong with the source; no tokenizer beside the weights.
+    """
+    with console.status(f"loading {rich.markup.escape(source)}"):
+        model, tokenizer = load(source)
+    if tokenizer is None:
+        raise KvjaxError(f"{source} has no tokenizer: expected a tokenizer.json beside it")
+    return model, tokenizer
 
 
 def read_document(file: pathlib.Path | None) -> str:
@@ -220,7 +229,7 @@ def answer(
     prefill_speed = later / (stamps[-1] - stamps[1]) if later > 0 else None
 
     console.print(f"[bold]{name} cache[/bold]: ", end="")
-    ids, stamps = [], []
+    stamps = []
     steps = stream(
         model,
         np.asarray(prompt.question, np.int32)[None],
@@ -232,9 +241,8 @@ def answer(
     def each():
         for token in steps:
             stamps.append(time.perf_counter())
-            ids.append(int(token[0]))
-            if ids[-1] not in tokenizer.eos_ids:
-                yield ids[-1]
+            if token[0] not in tokenizer.eos_ids:
+                yield int(token[0])
 
     pieces = []
     for piece in tokenizer.decode_stream(each()):
@@ -272,12 +280,10 @@ def _speed(tokens_per_second: float | None) -> str:
 
 def _bf16_bytes(model: Model, cache: Cache) -> int:
     plain = cache.config.plain()
-    shape = jax.eval_shape(
-        lambda: init_cache(
-            model.config, plain, batch=cache.batch, capacity=cache.capacity, dtype=jnp.bfloat16
-        )
+    table = cache_bytes(
+        model.config, plain, tokens=cache.capacity, batch=cache.batch, dtype="bfloat16"
     )
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape.groups))
+    return table["total"]
 
 
 def _results(
@@ -293,7 +299,7 @@ def _results(
             "prefill_tokens_per_second": done.prefill_speed,
             "decode_tokens_per_second": done.decode_speed,
             "cache_bytes": tables[name]["total"],
-            "cache_bytes_by_tier": {k: v for k, v in tables[name].items() if k != "total"},
+            "cache_bytes_by_tier": without_total(tables[name]),
             "bits_per_element": effective_bits(model, done.cache),
             "ratio_to_bf16": tables[name]["total"] / _bf16_bytes(model, done.cache),
             "answer": done.answer,

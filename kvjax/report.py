@@ -106,6 +106,11 @@ def gigabytes(count: int) -> str:
     return f"{count} B"
 
 
+def without_total(table: dict[str, int]) -> dict[str, int]:
+    """The rows of a table of bytes that add up to its total."""
+    return {kind: size for kind, size in table.items() if kind != "total"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """One cache in a comparison: what was measured of it."""
